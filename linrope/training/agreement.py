@@ -12,7 +12,7 @@ import torch
 
 from linrope import __version__
 from linrope.errors import InputError
-from linrope.training.checkpoint import TEXT_MODIFIED
+from linrope.training.checkpoint import TEXT_MODIFIED, TEXT_PLACE
 from linrope.training.rank_board import RankBoard, names
 
 MAY_DIFFER = ("run.folder", "trainer.default_root_dir")
@@ -66,8 +66,8 @@ def require_agreement(board: RankBoard, values: Mapping[str, str], seconds: floa
 
 def require_same_samples(orders: Sequence[Mapping[str, Any]]) -> None:
     """Raise InputError if what decides the training samples, `run_order` of each rank, differs."""
-    # a copy of the text may have new times
-    plain = [{name: str(value) for name, value in one.items() if name != TEXT_MODIFIED} for one in orders]
+    may_differ = TEXT_MODIFIED, TEXT_PLACE  # a copy of the text may have new times
+    plain = [{name: str(value) for name, value in one.items() if name not in may_differ} for one in orders]
     _require_none(differences_of(dict(enumerate(plain))))
 
 

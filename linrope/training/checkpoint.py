@@ -30,6 +30,8 @@ from linrope.utils.files import in_newest_version, whole_file
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 TEXT_MODIFIED = "data.text_modified"
 """What `run_order` calls the entry of `Corpus.identity` that may differ, with a warning."""
+TEXT_PLACE = "data.place"
+"""What it calls the place of the text on this machine."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -209,6 +211,8 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
     """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them.
     Warns if only the times of a text differ, whose contents are too large to be compared whole."""
     then, now = dict(checkpoint["linrope"]["order"]), dict(order)
+    for one in (then, now):
+        one.pop(TEXT_PLACE, None)
     modified = then.pop(TEXT_MODIFIED, None), now.pop(TEXT_MODIFIED, None)
     if differing := differences(then, now):
         raise InputError(

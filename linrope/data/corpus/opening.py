@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linrope.data.corpus.files import find_sources, require_short
+from linrope.data.corpus.files import Sources, find_sources, require_short
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS, Pieces, cut_by_position, split_bounds, split_corpus, split_documents
 from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, survey
@@ -37,6 +37,8 @@ class OpenedText:
     """Number of skipped files: binary, empty or unreadable."""
     why_cut: str | None = None
     """Why several documents were cut by position, as people read it; None if they were not."""
+    place: Path | None = None
+    """The folder that the names of text files are relative to, or the only file, without links; None of tokens."""
 
 
 def open_text(
@@ -82,7 +84,14 @@ def open_text(
     sources, tokens = find_sources(path), ByteTokenizer()
     corpora, why = split_corpus(sources, fractions, split)
     reason = "bytes and a separator"
-    return OpenedText(corpora, tokens, tokens.vocab_size, reason, sources.origin, sources.n_skipped, why)
+    origin, n_skipped, place = sources.origin, sources.n_skipped, _place_of(sources)
+    return OpenedText(corpora, tokens, tokens.vocab_size, reason, origin, n_skipped, why, place)
+
+
+def _place_of(sources: Sources) -> Path:
+    first = sources.documents[0]
+    root = first.path.parents[len(Path(first.name).parts) - 1]
+    return (first.path if len(sources.documents) == 1 else root).resolve()
 
 
 def _open_prepared(

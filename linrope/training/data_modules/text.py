@@ -147,7 +147,8 @@ class TextDataModule(ResumableDataModule):
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits this text as the run of a checkpoint did, whose `order` this is. Another text is left as it is, with a
-        warning where it may hold out what that run was trained on: a cut by position moves with every new file.
+        warning where it may hold out what that run was trained on: a cut by position moves with every new file, and the
+        names of files, which decide their splits, are others below another folder.
 
         A run may be older than the rule that cuts few documents by position. Called before `setup`.
         """
@@ -159,14 +160,21 @@ class TextDataModule(ResumableDataModule):
                 self.corpora = {}  # to be opened again, so
                 return
             self.split = None
-        moved = (by_position or self.why_cut is not None) and order.get("data.fractions") == self.fractions
-        if moved and trained_on not in (None, self.corpora["train"].fingerprint()):
-            rank_zero_warn(
-                "the training split is not that of the checkpoint's run, and "
-                f"{'that run' if by_position else 'this text'} is cut by position: if this text holds files of that "
-                "run, it was trained on some text that is held out here, and losses on that mean little. Give other "
-                "text, and data.split=document to runs whose text will grow."
-            )
+        if trained_on in (None, self.corpora["train"].fingerprint()):
+            return
+        if order.get("data.fractions") != self.fractions:  # of which the task warns
+            return
+        fix = "Give other text, and data.split=document to runs whose text will grow."
+        if by_position or self.why_cut is not None:
+            why = f"{'that run' if by_position else 'this text'} is cut by position"
+        elif _is_nested(then := order.get("data.place"), self._opened.place):
+            why, fix = f"its data.path was {then}, below which files have other names", "Give the same data.path."
+        else:
+            return
+        rank_zero_warn(
+            f"the training split is not that of the checkpoint's run, and {why}: if this text holds files of that run, "
+            f"it was trained on some text that is held out here, and losses on that mean little. {fix}"
+        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -330,6 +338,7 @@ class TextDataModule(ResumableDataModule):
             "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             **self.corpora["train"].identity(),
+            "place": None if self._opened.place is None else str(self._opened.place),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
@@ -358,6 +367,11 @@ class TextDataModule(ResumableDataModule):
         """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
         mine = (order or range(len(windows)))[self.run_position.rank :: self.run_position.world_size]
         return self.loader(windows, self.batch_size, self.num_workers, sampler=RankSampler(mine))
+
+
+def _is_nested(then: str | None, now: Path | None) -> bool:
+    """Whether one of the places of two texts lies inside the other."""
+    return None not in (then, now) and (Path(then) in now.parents or now in Path(then).parents)
 
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:

@@ -1,6 +1,9 @@
 import os
+import shutil
+import warnings
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,9 @@ from linrope.data.batches.curriculum import CurriculumStage
 from linrope.data.batches.windows import TrainingWindows
 from linrope.errors import DocumentChanged, InputError
 from linrope.training import TextDataModule
+from linrope.training.agreement import require_same_samples
+from linrope.training.checkpoint import require_same_order
+from tests.conftest import write_documents
 from tests.training.attached import attached, first_batches
 
 # Of batches of 2 × 32 = 64 tokens: 4 steps of 4 × 16, 3 steps of 1 × 128, 2 steps of 4 × 16.
@@ -154,6 +160,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
         "curriculum": [asdict(stage) for stage in (replace(UP_AND_DOWN[0], batch_size=4), UP_AND_DOWN[1])],
         "train_tokens": len(attached(text_file).corpora["train"]),
         "text_modified": None,
+        "place": str(text_file),
         "tokenizer": None,
     }
     again = attached(text_file, **{**options, "curriculum": order["curriculum"]}).order()
@@ -161,6 +168,31 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
     assert attached(text_file).order()["curriculum"] is None
     torch.save(order, tmp_path / "order.pt")
     assert torch.load(tmp_path / "order.pt", weights_only=True) == order
+
+
+def test_files_that_a_run_knew_by_other_names_are_not_held_out_in_silence(tmp_path):
+    (tmp_path / "texts").mkdir()
+    folder = write_documents(tmp_path / "texts" / "a", [100] * 25)
+    shutil.copytree(folder, tmp_path / "texts" / "b")
+    options = {"fractions": [0.5, 0.25, 0.25], "context": 32, "batch_size": 2}
+
+    def order_of(path: Path) -> dict:
+        return {f"data.{name}": value for name, value in attached(path, **options).order().items()}
+
+    order, above = order_of(folder), order_of(tmp_path / "texts")
+    told = rf"its data\.path was {folder}, below which files have other names: .* trained on some text that is held out"
+    with pytest.warns(UserWarning, match=told):
+        TextDataModule(str(tmp_path / "texts"), **options).keep_split_of(order)
+    with pytest.warns(UserWarning, match=f"was {tmp_path / 'texts'}, below"):
+        TextDataModule(str(folder / "003.txt"), **options).keep_split_of(above)
+    with warnings.catch_warnings():  # files of the same names, fewer or elsewhere
+        warnings.simplefilter("error")
+        for path in (folder / "*.txt", folder / "0[01]*.txt", tmp_path / "texts" / "b"):
+            TextDataModule(str(path), **options).keep_split_of(order)
+    moved = order_of(tmp_path / "texts" / "b")
+    assert moved["data.place"] != order["data.place"]
+    require_same_order({"linrope": {"order": order}}, moved, "last.ckpt")
+    require_same_samples([order, moved])
 
 
 def test_the_orders_fingerprint_follows_names_and_sizes(tmp_path):
