@@ -313,6 +313,8 @@ class TrainingCLI(ConfigCLI):
         config = self.config_init
         self.checkpoint, self.trained_precision = self.named_checkpoint(), None
         self.ckpt_path = self.checkpoint
+        if self.command != "fit":
+            config.data.measure("val" if self.command == "validate" else "test")
         trained = self.check_checkpoint()
         if self.command != "fit" and self.path_is_given:
             config.data.measure_path()
@@ -454,6 +456,8 @@ class TrainingCLI(ConfigCLI):
         if self.command in ("validate", "test") and self.trainer.is_global_zero:
             line = evaluation_metrics(self.trainer.callback_metrics, split)
             self.console.print(line, highlight=False, soft_wrap=True)
+            if (text := self.datamodule.describe_split(split)) is not None:
+                say(f"measured on {text}")
             if (part := part_read(self.trainer, split)) is not None:
                 say(part)
 

@@ -148,7 +148,7 @@ def _trained(path: str, model: Model) -> Model:
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
     """Warns if the data's fractions are not those of the checkpoint's run: it may have trained on held-out text."""
     then = checkpoint["linrope"]["order"].get("data.fractions")
-    if then is not None and then != fractions:
+    if then is not None and then != fractions and fractions[0] < 1:  # else nothing is held out
         rank_zero_warn(
             f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: if the "
             "text is the same, it was trained on some text that is held out here, and losses on that mean little. Give "

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, c
     assert contents["checkpoint"] == str(trained_run.checkpoint)
     assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
     assert not (out / "lengths.png").exists()
+
+
+def test_a_measurement_says_which_text_it_read(trained_run, tmp_path, capsys):
+    (own := tmp_path / "own.txt").write_text("abc " * 100)
+    corpus = trained_run.folder.parents[2] / "corpus.txt"
+    n_bytes = corpus.stat().st_size - round(0.95 * corpus.stat().st_size)
+    for options, told in (
+        ([], f"measured on the test split of {corpus}: {n_bytes:,} bytes in 1 document"),
+        ([f"--data.test_path={own}", "--data.path=/nowhere"], f"measured on {own}: 400 bytes in 1 document"),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*held out here")
+            assert main(["test", *trained_run.resumed, *options]) == 0
+        assert told in capsys.readouterr().err
 
 
 def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):

@@ -1,11 +1,11 @@
-"""Open `data.path`: text files, a folder that `linrope prepare` wrote, or a flat file of tokens."""
+"""Open `data.path`, or the path of a split: text files, a folder of `linrope prepare`, or a flat file of tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,8 @@ class OpenedText:
     """Why several documents were cut by position, as people read it; None if they were not."""
     place: Path | None = None
     """The folder that the names of text files are relative to, or the only file, without links; None of tokens."""
+    own_origins: dict[str, str] = field(default_factory=dict)
+    """Where the text of a split comes from that has a text of its own."""
 
 
 def open_text(
@@ -48,6 +50,7 @@ def open_text(
     token_dtype: str = "uint16",
     split: str | None = None,
     verify: bool = True,
+    option: str = "data.path",
 ) -> OpenedText:
     """The train, val and test corpora under a path.
 
@@ -59,18 +62,19 @@ def open_text(
         token_dtype: dtype of a flat file, uint16 or uint32.
         split: "document", "position" or None: see `split_documents`. A flat file is always cut by position.
         verify: read a prepared folder's files once, to compare their checksums.
+        option: the option with the path, for error messages.
 
     Raises InputError for no text there, a damaged file, or a tokenizer other than that of the tokens.
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
     if folder is not None:
-        require_short(folder / MANIFEST, "data.path")
+        require_short(folder / MANIFEST, option)
     if folder is not None and (folder / MANIFEST).is_file():
-        return _open_prepared(folder, fractions, given, split, verify)
+        return _open_prepared(folder, fractions, given, split, verify, option)
     if folder is not None and (folder / PARTS / LOCK).is_file():
         raise InputError(
-            f"data.path={str(folder)!r} is not completely prepared: run the same `linrope prepare` again; it continues "
+            f"{option}={str(folder)!r} is not completely prepared: run the same `linrope prepare` again; it continues "
             "where it stopped."
         )
     if folder is not None and folder.suffix == ".bin" and folder.is_file():
@@ -79,13 +83,46 @@ def open_text(
         raise InputError(
             f"data.tokenizer={tokenizer!r} tokenizes text once, before training: linrope prepare --path "
             f"{'PATH' if path is None else shlex.quote(str(path))} --tokenizer {shlex.quote(tokenizer)} "
-            "--output FOLDER, then data.path: FOLDER."
+            f"--output FOLDER, then {option}: FOLDER."
         )
-    sources, tokens = find_sources(path), ByteTokenizer()
+    sources, tokens = find_sources(path, option), ByteTokenizer()
     corpora, why = split_corpus(sources, fractions, split)
     reason = "bytes and a separator"
     origin, n_skipped, place = sources.origin, sources.n_skipped, _place_of(sources)
     return OpenedText(corpora, tokens, tokens.vocab_size, reason, origin, n_skipped, why, place)
+
+
+def open_whole(split: str, path: Path, tokenizer: str | None, token_dtype: str, verify: bool) -> OpenedText:
+    """The whole text of `data.val_path` or `data.test_path`, as the only corpus; arguments are those of `open_text`."""
+    text = open_text(path, (1.0, 0.0, 0.0), tokenizer, token_dtype, None, verify, f"data.{split}_path")
+    return replace(text, corpora={split: text.corpora["train"]}, why_cut=None, own_origins={split: text.origin})
+
+
+def with_own_text(opened: OpenedText, split: str, whole: OpenedText, path: Path) -> OpenedText:
+    """A text whose split is a `whole` one, of `path`. InputError for another tokenizer, or files of both."""
+    where, corpus = f"data.{split}_path={str(path)!r}", whole.corpora[split]
+    both = opened.tokenizer, whole.tokenizer
+    ours, others = ("an unknown one" if one is None else one.fingerprint or one.name for one in both)
+    if ours != others:
+        raise InputError(
+            f"{where} holds tokens of another tokenizer ({others}) than data.path ({ours}): prepare both with one "
+            "(linrope prepare --tokenizer), and set data.tokenizer for .bin files."
+        )
+    of_path = (one.files() for name, one in opened.corpora.items() if name not in opened.own_origins)
+    if shared := sorted(corpus.files() & set().union(*of_path)):
+        raise InputError(
+            f"{where} is part of data.path ({shared[0]}), which is for training: give data.path a file, a folder or a "
+            "glob without it."
+        )
+    vocab_size, reason = max((text.vocab_size, text.reason) for text in (opened, whole))
+    return replace(
+        opened,
+        corpora={**opened.corpora, split: corpus},
+        vocab_size=vocab_size,
+        reason=reason,
+        n_skipped=opened.n_skipped + whole.n_skipped,
+        own_origins={**opened.own_origins, **whole.own_origins},
+    )
 
 
 def _place_of(sources: Sources) -> Path:
@@ -95,7 +132,7 @@ def _place_of(sources: Sources) -> Path:
 
 
 def _open_prepared(
-    folder: Path, fractions: Sequence[float], given: Tokenizer | None, split: str | None, verify: bool
+    folder: Path, fractions: Sequence[float], given: Tokenizer | None, split: str | None, verify: bool, option: str
 ) -> OpenedText:
     manifest = Manifest.read(folder)
     own = open_tokenizer("bytes" if manifest.tokenizer == "bytes" else str(folder / TOKENIZER), f"{folder}: tokenizer")
@@ -103,12 +140,12 @@ def _open_prepared(
         raise InputError(f"{folder / TOKENIZER} is not the one that {folder} was prepared with: prepare it again.")
     if given is not None and given.fingerprint != own.fingerprint:
         raise InputError(
-            f"data.tokenizer is another one than data.path={str(folder)!r} was prepared with: omit it, or prepare the "
+            f"data.tokenizer is another one than {option}={str(folder)!r} was prepared with: omit it, or prepare the "
             "text again with it."
         )
-    documents, tokens, text_bytes = _prepared_files(folder, manifest)
+    documents, tokens, text_bytes = _prepared_files(folder, manifest, option)
     if verify:
-        _verify(folder, manifest, documents, tokens, text_bytes)
+        _verify(folder, manifest, documents, tokens, text_bytes, option)
     starts, sizes, n_bytes, hashes = documents.T
     parts, why = split_documents(sizes, hashes, fractions, split)
     corpora = {}
@@ -123,7 +160,7 @@ def _open_prepared(
     return OpenedText(corpora, own, own.vocab_size, reason, origin, manifest.n_skipped_files, why)
 
 
-def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, NumberFile, NumberFile | None]:
+def _prepared_files(folder: Path, manifest: Manifest, option: str) -> tuple[np.ndarray, NumberFile, NumberFile | None]:
     """The table of documents, the tokens, and the tokens' bytes of text. InputError if they are damaged."""
     try:
         documents = np.load(folder / DOCUMENTS, allow_pickle=False)
@@ -131,19 +168,24 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
         dtype = manifest.text_bytes_dtype
         text_bytes = None if dtype is None else NumberFile.of_size(folder / TEXT_BYTES, dtype)
     except Exception as error:  # NumPy has many for a damaged header
-        raise InputError(f"data.path={str(folder)!r} is damaged ({error}): prepare it again.") from error
+        raise InputError(f"{option}={str(folder)!r} is damaged ({error}): prepare it again.") from error
     expected = manifest.n_tokens + manifest.n_documents + manifest.n_empty  # each document has a separator
     whole = documents.shape == (manifest.n_documents, 4) and documents[:, 1].sum() == manifest.n_tokens
     if not (whole and tokens.n == expected and (text_bytes is None or text_bytes.n == expected)):
         raise InputError(
-            f"data.path={str(folder)!r} is damaged: it holds {tokens.n:,} tokens and {len(documents):,} documents, "
+            f"{option}={str(folder)!r} is damaged: it holds {tokens.n:,} tokens and {len(documents):,} documents, "
             f"where {MANIFEST} says {expected:,} and {manifest.n_documents:,}. Prepare it again."
         )
     return documents, tokens, text_bytes
 
 
 def _verify(
-    folder: Path, manifest: Manifest, documents: np.ndarray, tokens: NumberFile, text_bytes: NumberFile | None
+    folder: Path,
+    manifest: Manifest,
+    documents: np.ndarray,
+    tokens: NumberFile,
+    text_bytes: NumberFile | None,
+    option: str,
 ) -> None:
     """Raise InputError unless the files of a prepared folder are those that its manifest has checksums of."""
     digest = hashlib.blake2b(manifest.plan["tokenizer"].encode(), digest_size=16)
@@ -158,7 +200,7 @@ def _verify(
         changed += [] if digest.hexdigest() == manifest.text_bytes_checksum else [TEXT_BYTES]
     if changed:
         raise InputError(
-            f"data.path={str(folder)!r} is damaged: {' and '.join(changed)} changed after `linrope prepare` wrote it "
+            f"{option}={str(folder)!r} is damaged: {' and '.join(changed)} changed after `linrope prepare` wrote it "
             "(the checksum differs). Prepare it again."
         )
 

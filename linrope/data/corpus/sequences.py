@@ -100,6 +100,10 @@ class TokenSequence(ABC):
     def fingerprint(self) -> str:
         """A hash of the corpus."""
 
+    def files(self) -> set[Path]:
+        """The files that it reads, without links; none of text in memory."""
+        return set()
+
     def identity(self) -> dict[str, Any]:
         """What a resumed run compares to know its training text again, as plain values."""
         return {"train_tokens": len(self), "train_documents": self.fingerprint()}
@@ -152,6 +156,9 @@ class Corpus(DocumentSequence):
         """A hash of the documents' names, sizes and places; no file is read."""
         lines = "".join(f"{document.name}\0{document.start}\0{document.size}\n" for document in self.documents)
         return hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
+
+    def files(self) -> set[Path]:
+        return {document.path.resolve() for document in self.documents}
 
     def identity(self) -> dict[str, Any]:
         """See `TokenSequence`; also a hash of the contents, since an edit may keep sizes. Of a corpus too large to be

@@ -121,6 +121,9 @@ class PreparedCorpus(DocumentSequence):
                 out[here - start : to - start] = file.read(here + shift, to + shift)
         return out
 
+    def files(self) -> set[Path]:
+        return {self._file.path.resolve()}
+
     def fingerprint(self) -> str:
         """A hash of the folder's fingerprint, which depends on all tokens, and of the documents' positions."""
         digest = hashlib.blake2b(self._source.encode(), digest_size=16)
@@ -185,6 +188,9 @@ class TokenRun(TokenSequence):
                 "data.document_mask=False. If another token ends documents, give it one of these names in "
                 f"tokenizer.json: {', '.join(END_OF_DOCUMENT)}."
             )
+
+    def files(self) -> set[Path]:
+        return {self._file.path.resolve()}
 
     def fingerprint(self) -> str:
         """A hash of the whole file's contents and of the range."""

@@ -82,7 +82,7 @@ def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | Non
         return f"trainer.val_check_interval={every:,} is more than {count_of(batches, 'batch', 'batches')}"
     if isinstance(every, float) and not trainer.overfit_batches:  # Lightning's 1.0 for null: the end of the epoch
         return "trainer.val_check_interval is null, and training is one endless epoch"
-    return None if data.fractions is None or data.fractions[1] else f"data.fractions={data.fractions} leaves no text"
+    return None if data.has_validation_text else f"data.fractions={data.fractions} leaves no text"
 
 
 def _state_size(model: LanguageModel, context: int) -> str:

@@ -157,6 +157,20 @@ class ResumableDataModule(LightningDataModule):
         """Rows (name, value) about the data for the summary of a run; it needs `setup`."""
         return []
 
+    @property
+    def has_validation_text(self) -> bool:
+        """Whether there is a validation split; it may have a path of its own."""
+        return self.fractions is None or self.fractions[1] > 0
+
+    def describe_split(self, split: str) -> str | None:
+        """Where the text of "val" or "test" is from, and its size, for measurements; None for other data. It needs
+        `setup`."""
+        return None
+
+    def measure(self, split: str) -> None:
+        """Called first, before all others, by a command that measures this split, "val" or "test", and trains on
+        nothing."""
+
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits the data as the run of a checkpoint did, whose `order` this is. Called before `setup`."""
 

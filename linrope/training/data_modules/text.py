@@ -13,9 +13,9 @@ from torch import Tensor
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, OverlappingWindows, TrainingWindows
-from linrope.data.corpus.opening import OpenedText, open_text
+from linrope.data.corpus.opening import OpenedText, open_text, open_whole, with_own_text
 from linrope.data.corpus.sequences import TokenSequence
-from linrope.data.corpus.splits import SPLIT_WAYS
+from linrope.data.corpus.splits import SPLIT_WAYS, SPLITS
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.distributed.group import SequenceGroup
@@ -37,6 +37,7 @@ from linrope.utils.formatting import count_of
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
+FRACTIONS = [0.9, 0.05, 0.05]
 
 
 class TextDataModule(ResumableDataModule):
@@ -54,7 +55,8 @@ class TextDataModule(ResumableDataModule):
             (.bin, nanoGPT's format). null is the built-in corpus, the Python standard library's source.
         context: Tokens (bytes, by default) of one sample.
         batch_size: Samples of one batch, per device.
-        fractions: Shares of train, val and test: see split.
+        fractions: Shares of train, val and test: see split. By default train also has the share of a split with a path
+            of its own.
         seed: Decides the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
         document_mask: true: tokens see only their own document. false: a sample is read as one text, across the ends of
@@ -76,6 +78,9 @@ class TextDataModule(ResumableDataModule):
             where a split would have none. A single file and a .bin file are always cut by position.
         verify: Compare the checksums of a prepared folder when it is opened, which reads its files once (about a second
             for each GB). false skips that for very large ones.
+        val_path: Text to validate on, as a whole: a file, a folder, a glob, a prepared folder or a .bin file, as path.
+            null cuts it from path: see fractions.
+        test_path: Text to test on, like val_path.
 
     Raises:
         InputError: an option out of range, an invalid stage; when set up: no text at `path`, invalid fractions, a split
@@ -88,7 +93,7 @@ class TextDataModule(ResumableDataModule):
         path: str | None = None,
         context: int = 1024,
         batch_size: int = 8,
-        fractions: list[float] = [0.9, 0.05, 0.05],  # noqa: B006 (read only; a list is what YAML and help can show)
+        fractions: list[float] = FRACTIONS,
         seed: int = 0,
         num_workers: int = 0,
         document_mask: bool = False,
@@ -99,6 +104,8 @@ class TextDataModule(ResumableDataModule):
         test_stride: int | None = None,
         split: str | None = None,
         verify: bool = True,
+        val_path: str | None = None,
+        test_path: str | None = None,
     ) -> None:
         super().__init__()
         require_least("context", context, 1)
@@ -112,6 +119,13 @@ class TextDataModule(ResumableDataModule):
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size = context, batch_size
         self.fractions = list(fractions) if isinstance(fractions, tuple) else fractions
+        require_not_empty("data.val_path", val_path)
+        require_not_empty("data.test_path", test_path)
+        self.own_paths = {name: Path(p) for name, p in (("val", val_path), ("test", test_path)) if p is not None}
+        """Paths of the splits that have one."""
+        if self.own_paths and self.fractions == FRACTIONS:
+            val, test = (0.0 if name in self.own_paths else FRACTIONS[SPLITS.index(name)] for name in ("val", "test"))
+            self.fractions = [1 - val - test, val, test]
         if contiguous and curriculum is not None:
             raise InputError(
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."
@@ -127,6 +141,7 @@ class TextDataModule(ResumableDataModule):
         self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
+        self._measured: str | None = None  # the only split to open
 
     training_windows: type[TrainingWindows] = TrainingWindows
     evaluation_windows_of: type[EvaluationWindows] = EvaluationWindows
@@ -143,7 +158,27 @@ class TextDataModule(ResumableDataModule):
     def read(self) -> OpenedText:
         """The text by split, and its tokenizer. Override it for text that is in no file: `text_of_documents` makes what
         it returns. `open` calls it once."""
-        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, self.split, self.verify)
+        options = self._tokenizer_name, self.token_dtype
+        if self._measured is not None:
+            return open_whole(self._measured, self.own_paths[self._measured], *options, self.verify)
+        opened = open_text(self.path, self.fractions, *options, self.split, self.verify)
+        for split, path in self.own_paths.items():
+            if share := self.fractions[SPLITS.index(split)]:
+                raise InputError(
+                    f"data.fractions={self.fractions} gives {share} of data.path to {split}, which has its own text, "
+                    f"data.{split}_path: set that fraction to 0, and add it to the first."
+                )
+            opened = with_own_text(opened, split, open_whole(split, path, *options, self.verify), path)
+        return opened
+
+    @property
+    def has_validation_text(self) -> bool:
+        return "val" in self.own_paths or super().has_validation_text
+
+    def measure(self, split: str) -> None:
+        """Opens nothing but the text of this split, if it has a path of its own."""
+        if split in self.own_paths:
+            self._measured, self.fractions = split, None
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits this text as the run of a checkpoint did, whose `order` this is. Another text is left as it is, with a
@@ -152,6 +187,8 @@ class TextDataModule(ResumableDataModule):
 
         A run may be older than the rule that cuts few documents by position. Called before `setup`.
         """
+        if self._measured is not None:
+            return
         self.open()
         trained_on, by_position = order.get("data.train_documents"), order.get("data.split") == "position"
         if self.split is None and self.why_cut is not None and not by_position:
@@ -162,7 +199,7 @@ class TextDataModule(ResumableDataModule):
             self.split = None
         if trained_on in (None, self.corpora["train"].fingerprint()):
             return
-        if order.get("data.fractions") != self.fractions:  # of which the task warns
+        if order.get("data.fractions") != self.fractions or self.fractions[0] == 1:  # the task warns, or none is cut
             return
         fix = "Give other text, and data.split=document to runs whose text will grow."
         if by_position or self.why_cut is not None:
@@ -182,7 +219,7 @@ class TextDataModule(ResumableDataModule):
         # Made here, so that a split that is too short is found before any work.
         if stage == "fit":
             self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
-            validates = self.fractions[1] > 0 and self.asks_to_validate
+            validates = self.has_validation_text and self.asks_to_validate
             self._windows["val"] = self.evaluation_windows("val") if validates else None
         if stage in ("validate", "test", "predict"):
             split = "val" if stage == "validate" else "test"
@@ -301,8 +338,14 @@ class TextDataModule(ResumableDataModule):
             rows.append(("tokenizer", "unknown" if self.tokenizer is None else self.tokenizer.name))
         if self.why_cut is not None:
             rows.append(("split", f"by position: {self.why_cut}"))
-        rows += [(f"  {split}", self._size_of(corpus)) for split, corpus in self.corpora.items()]
+        for split, corpus in self.corpora.items():
+            own = self._opened.own_origins.get(split)
+            rows.append((f"  {split}", self._size_of(corpus) + ("" if own is None else f", from {own}")))
         return rows + self._describe_steps()
+
+    def describe_split(self, split: str) -> str:
+        where = self._opened.own_origins.get(split) or f"the {split} split of {self.origin}"
+        return f"{where}: {self._size_of(self.corpora[split])}"
 
     def _size_of(self, corpus: TokenSequence) -> str:
         """The size of a corpus in tokens, bytes and documents, as far as known."""
@@ -338,6 +381,7 @@ class TextDataModule(ResumableDataModule):
             "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             **self.corpora["train"].identity(),
+            **({"val_documents": self.corpora["val"].fingerprint()} if "val" in self.own_paths else {}),
             "place": None if self._opened.place is None else str(self._opened.place),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from linrope.errors import DocumentChanged, InputError
 from linrope.training import TextDataModule
 from linrope.training.agreement import require_same_samples
 from linrope.training.checkpoint import require_same_order
-from tests.conftest import write_documents
+from tests.conftest import assert_input_errors, write_documents
 from tests.training.attached import attached, first_batches
 
 # Of batches of 2 × 32 = 64 tokens: 4 steps of 4 × 16, 3 steps of 1 × 128, 2 steps of 4 × 16.
@@ -211,3 +212,87 @@ def test_the_orders_fingerprint_follows_names_and_sizes(tmp_path):
     others = [fingerprint(a=101, b=199), fingerprint(a=100, c=200), fingerprint(a=301)]
     assert all(one != other for one, other in pairwise([first, *others, first]))
     assert len({first, *others}) == 4
+
+
+# --- validation and test text of one's own ----------------------------------------------------------------------------
+
+
+def own_text(folder: Path, name: str, size: int) -> str:
+    (folder / name).write_bytes(bytes(97 + i * i % 26 for i in range(size)))
+    return str(folder / name)
+
+
+def test_a_split_with_a_path_of_its_own_is_that_whole_text(text_file, tmp_path):
+    val, test = own_text(tmp_path, "valid.txt", 500), own_text(tmp_path, "wiki.test", 700)
+    whole = text_file.stat().st_size
+    both = attached(text_file, val_path=val, test_path=test)
+    assert {split: corpus.n_bytes for split, corpus in both.corpora.items()} == {
+        "train": whole,
+        "val": 500,
+        "test": 700,
+    }
+    read = torch.cat([row for batch in both.val_dataloader() for row in batch["targets"]]).tolist()
+    assert len(read) == 480
+    assert set(read) <= set(range(97, 123))
+    assert both.has_validation_text
+    assert dict(both.describe())["  val"] == f"500 bytes in 1 document, from {val}"
+    assert both.describe_split("test") == f"{test}: 700 bytes in 1 document"
+    one = attached(text_file, test_path=test)  # the share of the test split is trained on
+    assert [one.corpora[split].n_bytes for split in ("train", "val")] == [
+        round(0.95 * whole),
+        whole - round(0.95 * whole),
+    ]
+    assert one.fractions == [0.95, 0.05, 0.0]
+    assert (
+        one.describe_split("val")
+        == f"the val split of {text_file}: {whole - round(0.95 * whole):,} bytes in 1 document"
+    )
+    for options in ({"contiguous": True}, {"document_mask": True}, {"curriculum": UP_AND_DOWN}):
+        rows = attached(text_file, val_path=val, **options)
+        assert rows.corpora["val"].n_bytes == 500
+        first_batches(rows, 2)
+
+
+def test_a_measurement_of_a_text_of_its_own_needs_no_other(tmp_path):
+    data = TextDataModule(
+        "/nowhere", context=32, fractions=[0.5, 0, 0.5], test_path=own_text(tmp_path, "test.txt", 700)
+    )
+    data.measure("test")
+    data.keep_split_of({"data.split": "position", "data.fractions": [0.5, 0.25, 0.25], "data.train_documents": "a"})
+    data.setup("test")
+    assert (list(data.corpora), data.corpora["test"].n_bytes, data.fractions) == (["test"], 700, None)
+
+
+def test_a_resumed_run_has_the_same_validation_text(text_file, tmp_path):
+    val, other = own_text(tmp_path, "valid.txt", 500), own_text(tmp_path, "other.txt", 501)
+    order, changed = (attached(text_file, val_path=path).order() for path in (val, other))
+    assert order.pop("val_documents") != changed.pop("val_documents")
+    assert order == changed
+    assert "val_documents" not in attached(text_file, test_path=val).order()
+
+
+def test_tokens_and_shares_of_a_text_of_its_own_that_cannot_be_are_named(text_file, tmp_path):
+    val, flat = own_text(tmp_path, "valid.txt", 500), tmp_path / "val.bin"
+    np.arange(400, dtype="<u2").tofile(flat)
+    train = shutil.copy(flat, tmp_path / "train.bin")
+    assert_input_errors(
+        (lambda: attached(text_file, val_path=""), r"data\.val_path is empty: give a path"),
+        (lambda: attached(text_file, test_path="nowhere"), r"data\.test_path='nowhere' does not exist"),
+        (
+            lambda: attached(text_file, val_path=val, fractions=[0.8, 0.1, 0.1]),
+            r"data\.fractions=\[0\.8, 0\.1, 0\.1\] gives 0\.1 of data\.path to val, which has its own text, data\.val",
+        ),
+        (
+            lambda: attached(tmp_path / "*.txt", val_path=val),
+            r"data\.val_path='.*valid\.txt' is part of data\.path \(/",
+        ),
+        (lambda: attached(train, test_path=str(train)), r"data\.test_path='.*train\.bin' is part of data\.path \(/"),
+        (
+            lambda: attached(text_file, val_path=str(flat)),
+            r"another tokenizer \(an unknown one\) than data.path \(bytes\)",
+        ),
+    )
+    data = attached(train, val_path=str(flat), fractions=[0.6, 0, 0.4])  # nanoGPT's two files
+    assert [len(corpus) for corpus in data.corpora.values()] == [240, 400, 160]
+    with pytest.raises(InputError, match=r"the text \(.*val\.bin holds 399 at position 399\): set it to 400 or more"):
+        data.require_vocabulary(399)
