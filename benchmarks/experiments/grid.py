@@ -307,6 +307,9 @@ def _variant(grid: Grid, changes: dict[str, Any], read_text: bool) -> Settings:
         check_types(sections[section], config, f"{section}.")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
+    for name in ("val_path", "test_path"):
+        if settings.data.get(name) is not None:
+            raise InputError(f"data.{name} is not for grids, which cut the validation text from data.path: remove it.")
     OptimizerConfig(**settings.optimizer)
     check_types(settings.model, LanguageModelConfig, "model.")
     settings.model_config  # noqa: B018  it raises an error that names unknown options

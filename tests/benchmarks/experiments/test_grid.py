@@ -136,6 +136,7 @@ MISTAKES = [
     (with_x({"optimizer.lr": "1e-2"}), "variant 'x': optimizer.lr='1e-2' has the wrong type"),
     (with_x({"data.contxt": 1}), "variant 'x': 'contxt' is no option of data"),
     (with_x({"data.seed": 3}), "variant 'x': data.seed=3: a run's data follow from"),
+    (with_x({"data.val_path": "v.txt"}), "variant 'x': data.val_path is not for grids, which cut the validation text"),
     (with_x({"data.context": "16"}), "variant 'x': data.context='16' has the wrong type"),
     (with_x({"data.context": 10**9}, tokens=10**10), "variant 'x': data.context=1000000000 must be less"),
     (with_x({"data.context": 24}), "variant 'linear': data.context=16 does not divide the grid's longest, 24"),
