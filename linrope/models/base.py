@@ -6,10 +6,10 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from linrope.models.saving import SavedModel, read_model, write_folder
 from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
 from linrope.utils.values import extremes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 lacks it
 
 AnyModel = TypeVar("AnyModel", bound="Model")
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
@@ -218,10 +221,7 @@ class Model(nn.Module):
                     "model.config = dataclasses.replace(model.config, vocab_size=...)."
                 )
         for name, of in self.tied.items():
-            if not {name, of} <= weights.keys() or weights[name].data_ptr() == weights[of].data_ptr():
-                continue
-            one, other = weights[name], weights[of]
-            if one.dtype != other.dtype or not torch.equal(one.cpu(), other.cpu()):
+            if {name, of} <= weights.keys() and _differ(weights[name], weights[of]):
                 raise InputError(
                     f"{name} is not {of}, which it is by the model's configuration, so that from_pretrained would read "
                     "another model: set model.config = dataclasses.replace(model.config, tie_embeddings=False)."
@@ -285,7 +285,7 @@ class Model(nn.Module):
             self._take_dtypes(weights)
         try:
             self.load_state_dict(weights)
-        except (RuntimeError, TypeError) as error:
+        except (InputError, RuntimeError, TypeError) as error:
             raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
 
     def _take_dtypes(self, weights: dict[str, Tensor]) -> None:
@@ -314,9 +314,12 @@ class ModelWithOutput(Model):
         raise NotImplementedError
 
     def tie(self) -> None:
-        """Make the two weights one, also after `to_empty` and `assign=True`, which make two tensors of it."""
-        self._tie()
-        self.register_load_state_dict_post_hook(self._tie)
+        """Make the two weights one. They stay one when the model is moved or loaded, also by `to_empty` and
+        `assign=True`, which make two tensors of it; two that are made of them later stay two."""
+        if self.config.tie_embeddings:
+            self._tie()
+        self.register_load_state_dict_pre_hook(ModelWithOutput._before_load)
+        self.register_load_state_dict_post_hook(ModelWithOutput._after_load)
 
     def reset_parameters(self) -> None:
         """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
@@ -325,12 +328,13 @@ class ModelWithOutput(Model):
             model = LanguageModel(config)  # takes no memory
         model.to_empty(device="cuda").reset_parameters()
         """
-        if self._is_tied:  # drawn apart, as in the constructor
+        if is_tied := self._is_tied:  # drawn apart, as in the constructor
             self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
         for module in self.children():
             reset(module)
         self.initialise()
-        self._tie()
+        if is_tied:
+            self._tie()
 
     @property
     def tied(self) -> dict[str, str]:
@@ -338,11 +342,44 @@ class ModelWithOutput(Model):
 
     @property
     def _is_tied(self) -> bool:
-        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+        """Whether the two weights are one now: not with a parametrization, pruning or an adapter of one of them."""
+        weight = getattr(self.embedding, "weight", None)
+        is_plain = isinstance(weight, nn.Parameter) and isinstance(self.output, Linear)
+        return self.config.tie_embeddings and is_plain and self.output.weight is weight
 
-    def _tie(self, *unused) -> None:
-        if self._is_tied:
-            self.output.weight = self.embedding.weight
+    def _tie(self) -> None:
+        self.output.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to` and `to_empty` call."""
+        is_tied = self._is_tied
+        super()._apply(fn, recurse)
+        if is_tied:
+            self._tie()
+        return self
+
+    def _before_load(self, weights: Mapping[str, Tensor], prefix: str, *unused: Any) -> None:
+        """Note whether the weights are one. InputError if they are, and two different ones are to be loaded."""
+        self._was_tied = self._is_tied
+        one, other = (weights.get(f"{prefix}{name}") for name in ("output.weight", "embedding.weight"))
+        if self._was_tied and isinstance(one, Tensor) and isinstance(other, Tensor) and _differ(one, other):
+            raise InputError(
+                "output.weight is not embedding.weight, which it is in this model: build the model with "
+                "tie_embeddings=False, or give it an output.weight of its own before loading."
+            )
+
+    def _after_load(self, *unused: Any) -> None:
+        if self._was_tied:
+            self._tie()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two weights differ; of divided ones, the parts of this device. False for weights without values."""
+    one, other = (x.to_local() if hasattr(x, "to_local") else x for x in (one, other))
+    if not {type(one), type(other)} <= {Tensor, nn.Parameter} or one.is_meta or other.is_meta:  # fake ones are others
+        return False
+    same_memory = one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
+    return not same_memory and (one.dtype != other.dtype or not torch.equal(one.cpu(), other.cpu()))
 
 
 def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify: bool = True) -> Model:

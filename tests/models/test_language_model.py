@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured
 
 from linrope import (
     LanguageModel,
@@ -142,6 +144,46 @@ def test_weights_loaded_into_a_model_without_memory_are_tied(assign, tokens):
     assert other.output.weight is other.embedding.weight
     assert torch.equal(other(tokens), model(tokens))
     assert torch.equal(copy.deepcopy(pickle.loads(pickle.dumps(other)))(tokens), model(tokens))
+
+
+def test_an_output_of_its_own_stays_one_when_weights_are_loaded(tokens):
+    """Also in a model that would tie them by its configuration; one that ties them refuses two."""
+    model, other = LanguageModel(CONFIGS["recipe"]).eval(), LanguageModel(CONFIGS["recipe"]).eval()
+    for one in (model, other):
+        one.output.weight = torch.nn.Parameter(torch.randn_like(one.embedding.weight))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+    tied = LanguageModel(CONFIGS["recipe"])
+    before = tied.embedding.weight.detach().clone()
+    refused = r"output\.weight is not embedding\.weight, which it is in this model: build .* tie_embeddings=False"
+    assert_input_errors(
+        (lambda: tied.load_state_dict(model.state_dict()), refused),
+        (lambda: tied.load_state_dict(model.state_dict(), assign=True), refused),
+        (lambda: tied.load_weights(model.state_dict(), "one.ckpt"), rf"checkpoint 'one\.ckpt': .*: {refused}"),
+    )
+    assert torch.equal(tied.embedding.weight, before)
+
+
+@pytest.mark.parametrize("layer", ["embedding", "output"])
+@pytest.mark.parametrize("change", [partial(l1_unstructured, name="weight", amount=0.5), weight_norm])
+def test_weights_of_a_pruned_or_parametrized_layer_are_loaded(layer, change, tokens):
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    change(getattr(model, layer))
+    logits, weights = model(tokens), copy.deepcopy(model.state_dict())
+    torch.nn.init.zeros_(model.norm.weight)
+    model.load_state_dict(weights)
+    assert torch.equal(model(tokens), logits)
+
+
+def test_a_model_that_is_moved_stays_tied(tokens):
+    """`torch.func.stack_module_state` is used so: the structure on meta, the weights of each model given."""
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    structure = copy.deepcopy(model).to("meta")
+    assert structure.output.weight is structure.embedding.weight
+    logits = torch.func.functional_call(structure, dict(model.named_parameters()), (tokens,))
+    assert torch.equal(logits, model(tokens))
+    structure.to_empty(device="cpu")
+    assert structure.output.weight is structure.embedding.weight
 
 
 def test_normed_heads_start_as_small_as_the_embeddings():
