@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -84,6 +85,18 @@ class OptimizerConfig:
             raise InputError(
                 "trainer.gradient_clip_algorithm='value' is not there: optimizer.clip_norm clips by the norm of all "
                 "gradients. Remove it."
+            )
+
+    def require_trained(self, task: nn.Module, optimized: nn.Module) -> None:
+        """Raise InputError unless the task has something to train, all of it in the module that the optimizer gets."""
+        trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+        if not trained:
+            raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
+        inside = set(optimized.parameters())
+        if outside := [name for name, parameter in trained.items() if parameter not in inside]:
+            raise InputError(
+                f"{', '.join(outside)} of {type(task).__name__} would not be trained; parameters of its model are: "
+                "make them part of the model, freeze them with requires_grad_(False), or define configure_optimizers."
             )
 
     def optimizer_of(self, model: Model, fused: bool | None) -> Optimizer:

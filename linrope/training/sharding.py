@@ -188,7 +188,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def _require_same_optimizer(self, checkpoint: dict[str, Any], path: Path) -> None:
         """As the task does, which sees a checkpoint only after its states are restored."""
-        if self.optimizers:
+        if self.optimizers and not self.lightning_module.makes_optimizer:
             require_same_optimizer(checkpoint, self.lightning_module.optimizer_config, path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

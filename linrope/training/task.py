@@ -92,8 +92,9 @@ class TrainingTask(LightningModule):
       training and validation;
     - an error at the first loss or gradient that is not finite, before the weights change;
     - random numbers that follow from the seed and the batch's number: a resumed run draws what it would have drawn;
-    - checkpoints that resume at the next step, on the same data, with this run's optimizer options. With a
-      `ResumableDataModule` a run that differs in data, batches or seed is refused.
+    - checkpoints that resume at the next step, on the same data, with this run's optimizer options (with those of the
+      checkpoint, as in Lightning, if the task has its own `configure_optimizers`). With a `ResumableDataModule` a run
+      that differs in data, batches or seed is refused.
 
     Args:
         model: the model to train, or the configuration to build it from. A model has `config`, with `vocab_size` and
@@ -283,7 +284,7 @@ class TrainingTask(LightningModule):
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
         sums = self._finish_step_sums()
         self._require_finite("loss", sums["loss"])
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
         trainer = self.trainer
         divided_by = self._step_divisor * trainer.accumulate_grad_batches * trainer.world_size
         if sums["targets"] not in (0, divided_by):
@@ -295,7 +296,7 @@ class TrainingTask(LightningModule):
         if not self._scales_gradients:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters(), clip_norm, norm)
         learning_rate = optimizer.param_groups[0]["lr"]
         metrics = {**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate}
         self.log_dict({**metrics, **self._stage_of_curriculum(trainer.global_step)})
@@ -379,6 +380,11 @@ class TrainingTask(LightningModule):
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._learning_rate_factor), "interval": "step"},
         }
 
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the task has its own `configure_optimizers`."""
+        return type(self).configure_optimizers is not TrainingTask.configure_optimizers
+
     def _learning_rate_factor(self, step: int) -> float:
         config, data = self.optimizer_config, self.resumable_data
         return learning_rate_factor(
@@ -429,8 +435,7 @@ class TrainingTask(LightningModule):
         require_supported(trainer.callbacks)
         require_supported_strategy(trainer.strategy)
         self.optimizer_config.require_trainer(trainer)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
+        self.optimizer_config.require_trained(self, self if self.makes_optimizer else self.model)
         self._order = run_order(trainer, self.seed)
         require_same_samples(self.gather(self._order))
 
@@ -442,7 +447,7 @@ class TrainingTask(LightningModule):
             "tokenizer": self.model.tokenizer,
             "precision": str(self.trainer.precision),
             "optimizer": self.optimizer_config.name,
-            "optimizer_class": self.optimizer_config.own_class,
+            "optimizer_class": class_path_of(type(self)) if self.makes_optimizer else self.optimizer_config.own_class,
             "optimizer_changes": changed_options(self._parameter_groups, self._made_options),
             **self.task_state(),
         }
@@ -467,14 +472,14 @@ class TrainingTask(LightningModule):
                 warn_of_other_split(checkpoint, data.fractions, path)
             return
         if overfitted := self.trainer.overfit_batches:
-            raise InputError(
-                f"trainer.overfit_batches={overfitted} is a check, which resumes no run: drop --ckpt_path."
-            )
-        require_same_optimizer(checkpoint, self.optimizer_config, path)
+            raise InputError(f"trainer.overfit_batches={overfitted} is a check that resumes no run: drop --ckpt_path.")
+        if not self.makes_optimizer:
+            require_same_optimizer(checkpoint, self.optimizer_config, path)
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
-        self._take_optimizer_options(checkpoint)
+        if not self.makes_optimizer:
+            self._take_optimizer_options(checkpoint)
         self.load_task_state(saved)
 
     def _take_optimizer_options(self, checkpoint: dict[str, Any]) -> None:
@@ -485,8 +490,7 @@ class TrainingTask(LightningModule):
         kept = ("params", *checkpoint["linrope"]["optimizer_changes"])
         found = [state["param_groups"] for state in checkpoint.get("optimizer_states", [])]
         if not self.trainer.strategy.lightning_restore_optimizer:
-            # The strategy has restored the optimizer before, and the checkpoint has no states.
-            found.append(self._parameter_groups)
+            found.append(self._parameter_groups)  # restored before by the strategy, without states in the checkpoint
         for groups in found:
             for group, now in zip(groups, made):
                 group.update({name: value for name, value in now.items() if name not in kept})

@@ -248,6 +248,61 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     assert torch.equal(again.model.factor, task.model.factor)  # with this run's learning rate of 0
 
 
+class ScaledTask(DoublingTask):
+    """With a parameter of the task itself."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def batch_loss(self, batch):
+        loss = super().batch_loss(batch)
+        return replace(loss, total=loss.total * self.scale)
+
+
+class OwnOptimizerTask(ScaledTask):
+    """With an optimizer as in any LightningModule: a group for each parameter, and a schedule."""
+
+    def configure_optimizers(self):
+        rates = (0.5, 0.25)  # of the scale and the factor
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(self.parameters(), rates, strict=True)]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        halve = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halve, "interval": "step"}}
+
+
+def test_an_optimizer_of_the_task_is_resumed_as_it_was(tmp_path):
+    batch = {"x": torch.tensor([1.0, 0.5]), "asked": torch.tensor([True, False])}
+    loader, no_clipping = DataLoader([batch], batch_size=None), OptimizerConfig(clip_norm=0.0)
+
+    def trained(n_steps, **options):
+        trainer = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=n_steps)
+        trainer.fit(task := OwnOptimizerTask(Doubler(), no_clipping), loader, **options)
+        return task, trainer
+
+    task, trainer = trained(1)
+    assert task.scale.item() == 1 - 0.5 * 1  # the gradient of the mean over one target: (1 - 2)²
+    assert task.model.factor.item() == 1 - 0.25 * -2
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    whole, _ = trained(4)
+    resumed, trainer = trained(4, ckpt_path=tmp_path / "one.ckpt")
+    assert list(map(torch.Tensor.item, resumed.parameters())) == list(map(torch.Tensor.item, whole.parameters()))
+    groups = trainer.optimizers[0].param_groups
+    options = [tuple(group[name] for name in ("lr", "weight_decay", "momentum")) for group in groups]
+    assert options == [(0.5 / 4, 0, 0.9), (0.25 / 4, 0, 0.9)]
+    assert "betas" not in groups[0]
+    with pytest.raises(InputError, match=r"optimizer\.name=adamw, but .* has the states of .*\.OwnOptimizerTask"):
+        quiet_trainer(max_steps=4, callbacks=[]).fit(
+            DoublingTask(Doubler()), loader, ckpt_path=tmp_path / "one.ckpt", weights_only=True
+        )
+
+
+def test_parameters_that_no_optimizer_trains_are_named():
+    trainer = quiet_trainer(max_steps=1, callbacks=[])
+    with pytest.raises(InputError, match=r"^scale of ScaledTask would not be trained; .*: make them part of the model"):
+        trainer.fit(ScaledTask(Doubler()), DataLoader([{}], batch_size=None))
+
+
 def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():
     batches = [{"x": torch.tensor([math.inf]), "asked": torch.tensor([True])}]
     task = DoublingTask(Doubler())
