@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
+from linrope.utils.filling import fill
 
 EXP_CEILING = 10.0
 """`exp` is constant above this: e¹⁰·e¹⁰ summed over 64 features and 10⁹ tokens is far below float32's 3·10³⁸."""
@@ -153,8 +154,7 @@ class MapModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """The weights of a new map."""
-        with torch.no_grad():
-            self.weight.copy_(self.initial_weight())
+        fill(self.weight, self.initial_weight())
 
     def project(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, T, R), in float32 at least: exponentials and squares follow.
@@ -286,7 +286,8 @@ def register_feature_map(
         _check_derivative(forward, derivative)
 
     def with_derivative(x: Tensor) -> Tensor:
-        return _WithDerivative.apply(x, forward, derivative)
+        function = _WithDerivative if torch.compiler.is_compiling() else _WithBothModes
+        return function.apply(x, forward, derivative)
 
     _REGISTERED[name] = FeatureMap(name, forward if derivative is None else with_derivative)
 
@@ -323,8 +324,6 @@ def _check_derivative(forward: Callable[[Tensor], Tensor], derivative: Callable[
 class _WithDerivative(torch.autograd.Function):
     """A function of a tensor whose derivative is another function of it."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> Tensor:
         return forward(x)
@@ -333,12 +332,22 @@ class _WithDerivative(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         x, _, ctx.derivative = inputs
         ctx.save_for_backward(x)
-        ctx.save_for_forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return grad * ctx.derivative(x), None, None
+
+
+class _WithBothModes(_WithDerivative):
+    """The same, with what forward mode and transforms of torch.func need, which no graph of torch.compile takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _WithDerivative.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *unused: None) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.utils import kept_tensors
+from linrope.utils.filling import fill
 from linrope.utils.options import check_keys, check_types, require_whole
 from linrope.utils.values import extremes
 
@@ -48,7 +49,8 @@ def check_positions(name: str, first: int, count: int) -> None:
     """Raise InputError unless the positions `first … first + count` are integers that float64 represents exactly."""
     if not isinstance(first, (Integral, torch.SymInt)):  # SymInt: a symbolic length while a graph is traced
         raise InputError(f"{name}={first!r} must be an int: float positions are not exact at long range.")
-    if not -MAX_POSITION <= first <= first + count <= MAX_POSITION:
+    last = first if isinstance(count, torch.SymInt) else first + count  # an exported graph would get a largest length
+    if not -MAX_POSITION <= first <= last <= MAX_POSITION:
         raise InputError(
             f"{name}={first} with {count} tokens after it is beyond ±2^53, where positions are not exact: "
             "start from a smaller position (only differences of positions matter)."
@@ -332,8 +334,7 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Trained θ become those of `base` and `scaling` again."""
         if self.trainable:
-            with torch.no_grad():
-                self.theta.copy_(self._initial_frequencies(self.theta.device))
+            fill(self.theta, self._initial_frequencies(self.theta.device))
 
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:

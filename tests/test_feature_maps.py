@@ -188,6 +188,19 @@ def test_transforms_take_a_registered_map(registered):
         torch.testing.assert_close(*tangents)
 
 
+@pytest.mark.exhaustive
+def test_a_graph_takes_the_derivative_of_a_registered_map(monkeypatch):
+    """Also where autograd finds none: the map detaches its argument."""
+    monkeypatch.setattr(feature_maps, "_REGISTERED", {})
+    register_feature_map("detached", lambda x: x.detach().square(), lambda x: 2 * x)
+    phi = torch.compile(feature_maps.get_feature_map("detached").forward, fullgraph=True, backend="eager")
+    x = torch.randn(2, 3).requires_grad_()
+    y = phi(x)
+    y.sum().backward()
+    assert torch.equal(y, x.square())
+    assert torch.equal(x.grad, 2 * x)
+
+
 def test_a_model_has_a_registered_map_and_its_checkpoint_needs_it(registered, tmp_path, monkeypatch):
     config = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, feature_map="square")
     model, tokens = LanguageModel(config).eval(), torch.arange(9)[None]

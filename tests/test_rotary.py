@@ -337,3 +337,17 @@ def test_bad_calls_are_named():
         ),
         (lambda: permute_pairing(x[0, 0], 1.0, to_interleaved=True), "n_heads=1.0 must be a whole number"),
     )
+
+
+@pytest.mark.exhaustive
+def test_a_symbolic_length_gets_no_largest_value():
+    """An exported graph would take rows of at most 2^53 tokens, which torch.export refuses for a named dimension."""
+    rope, x = RotaryEmbedding(4), torch.randn(1, 9, 4)
+
+    class Rotate(torch.nn.Module):
+        def forward(self, x):
+            return rope.rotate(x)
+
+    graph = torch.export.export(Rotate(), (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=4)}}).module()
+    longer = torch.randn(1, 50, 4)
+    torch.testing.assert_close(graph(longer), rope.rotate(longer))

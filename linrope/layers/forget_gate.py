@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError
 from linrope.layers.linear import Float32Linear, accept_weights_without_linear
+from linrope.utils.filling import fill
 
 INITIAL_BIAS = 4.0
 """b at the start for r = 1: each token keeps σ(4) = 0.982 of the past."""
@@ -55,8 +56,7 @@ class _GateLinear(Float32Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()  # numbers that are drawn and not used: the figures in benchmarks/results need them
         nn.init.zeros_(self.weight)
-        with torch.no_grad():
-            self.bias.copy_(torch.tensor([_initial_bias(r) for r in self.normalizer]))
+        fill(self.bias, torch.tensor([_initial_bias(r) for r in self.normalizer], device=self.bias.device))
 
 
 def _initial_bias(normalizer: float) -> float:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.prune import l1_unstructured
 
@@ -109,6 +111,26 @@ def test_a_model_without_memory_is_initialised_as_a_new_one(name):
         assert model.state_dict().keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
         assert (model.output.weight is model.embedding.weight) == CONFIGS[name].tie_embeddings
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["recipe", "trainable rope", "hedgehog", "taylor"])
+def test_a_divided_model_without_memory_is_initialised_as_a_new_one(name):
+    torch.manual_seed(0)
+    expected = LanguageModel(CONFIGS[name]).state_dict()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = LanguageModel(CONFIGS[name])
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        model.reset_parameters()
+        assert model.output.weight is model.embedding.weight
+        assert all(torch.equal(x.full_tensor(), expected[name]) for name, x in model.state_dict().items())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_on_the_device_meta_a_model_computes_shapes_and_generates_nothing(model, tokens):
