@@ -15,8 +15,9 @@ from linrope.errors import InputError
 from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.open_documents import OpenEnds
 from linrope.ops.softmax import KeyValueCache
-from linrope.ops.state import State
+from linrope.ops.state import State, detached
 from linrope.rotary import RotaryEmbedding
+from linrope.utils.values import extremes
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 lacks it
@@ -41,8 +42,11 @@ class _Movable:
         return map_state(moved, self)
 
     def detach(self, differentiable: bool = False) -> Self:
-        """The same values, detached from the graph; with `differentiable` floating-point tensors require gradients."""
-        return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), self)
+        """The same values, detached from the graph; with `differentiable` floating-point tensors require gradients.
+
+        Training continues from a state of `torch.inference_mode` after this: it copies what was made there.
+        """
+        return map_state(lambda _, x: detached(x).requires_grad_(differentiable and x.is_floating_point()), self)
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> Self:
         """Row i of the result is row `rows[i]`, as beam search and batches that shrink need it.
@@ -60,12 +64,12 @@ class _Movable:
         is_mask = rows.dtype == torch.bool
         if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or (is_mask and len(rows) != batch):
             raise InputError(f"rows is {tuple(rows.shape)} {rows.dtype}: pass (N,) integers, or ({batch},) booleans.")
-        if not is_mask and rows.device.type == "cpu" and len(rows):  # on a GPU the selection asserts it
-            lowest, highest = (bound.item() for bound in rows.aminmax())
+        if not is_mask and rows.device.type == "cpu" and (ends := extremes(rows)) is not None:
+            lowest, highest = ends
             if lowest < 0 or highest >= batch:
                 raise InputError(f"rows lie in [{lowest}, {highest}], the state has rows 0 … {batch - 1}.")
-        rows = rows if is_mask else rows.long()  # uint8 would be taken for a mask
-        return map_state(lambda _, x: x[rows.to(x.device)], self)
+        rows = rows.nonzero()[:, 0] if is_mask else rows.long()
+        return map_state(lambda _, x: x.index_select(0, rows.to(x.device)), self)  # asserts the range on a GPU
 
 
 @dataclass(frozen=True)

@@ -82,17 +82,29 @@ class State:
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def detach(self) -> State:
-        """The same values, detached from the graph."""
-        return self._map(Tensor.detach)
+        """The same values, detached from the graph; see `detached`."""
+        return self._map(detached)
 
     def to(self, *args, **kwargs) -> State:
-        """The state on another device or in another dtype, as `torch.Tensor.to`."""
-        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+        """The state on another device or in another dtype, as `torch.Tensor.to`, but float32 at least."""
+
+        def moved(x: Tensor) -> Tensor:
+            target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
+            return x.to(target.device, torch.promote_types(target.dtype, torch.float32))
+
+        return self._map(moved)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def detached(x: Tensor) -> Tensor:
+    """The same values without a graph; a copy of what `torch.inference_mode` made, which no gradient could pass."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not x.is_inference():
+        return x.detach()
+    return x.clone()
 
 
 def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> State:

@@ -99,6 +99,30 @@ def test_a_state_moves_as_its_model_does(model, tokens, dtype):
     assert {x.device.type for _, x in named(state.to("meta"))} == {"meta"}
 
 
+def test_training_continues_from_a_detached_state_of_inference_mode(model, tokens):
+    with torch.inference_mode():
+        _, state = model(tokens, return_state=True)
+    model(tokens, state.detach()).sum().backward()
+    detached = state.detach(differentiable=True)
+    model(tokens, detached).sum().backward()
+    read = ("kv", "k_sum", "k", "v", "conv_tail")
+    assert all(x.grad is not None for name, x in named(detached) if name in read)
+    assert not any(x.is_inference() for x in state[0].past.detach().tensors.values())
+
+
+@pytest.mark.exhaustive
+def test_methods_of_a_state_are_part_of_a_graph(model, tokens):
+    state = state_of(model, tokens).detach()
+
+    def changed(state, rows):
+        return [x for _, x in named(state.detach().select_rows(rows))]
+
+    rows = torch.tensor([2, 0])
+    compiled = torch.compile(changed, backend="eager", fullgraph=True)
+    for found, expected in zip(compiled(state, rows), changed(state, rows), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_state_is_saved_and_loaded_as_tensors_and_plain_values(model, tokens):
     state = state_of(model, tokens).detach()
     for saved in (state, state[1], {"step": 3, "state": state}):

@@ -52,6 +52,17 @@ def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
     assert (merged.log_decay == -torch.inf).all()
 
 
+def test_a_state_in_half_precision_keeps_its_sums_in_float32():
+    q, k, v = torch.randn(3, 1, 2, 6, 4)
+    _, state = linear_attention(q, k, v, return_state=True)
+    assert {x.dtype for x in state.to(torch.bfloat16).tensors.values()} == {torch.float32}
+    assert {x.dtype for x in state.to("cpu", torch.float64).tensors.values()} == {torch.float64}
+    halves = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    assert torch.equal(
+        linear_attention(*halves, state=state.to(torch.bfloat16)), linear_attention(*halves, state=state)
+    )
+
+
 def attended(k, v, rope, **options):
     return linear_attention(k, k, v, rope, return_state=True, **options)[1]
 
