@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from linrope.errors import InputError
 from linrope.ops.checks import is_transformed
 from linrope.utils.gradients import GradientSums, trained_elsewhere
+from linrope.utils.values import extremes
 
 IGNORE = -100
 """The target of positions without a loss; not a token."""
@@ -146,12 +147,11 @@ def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int, name: str = 
         raise InputError(f"targets is {tuple(targets.shape)}, {name} {tuple(tokens.shape)}: pass one for each token.")
     if targets.dtype != torch.int64:
         raise InputError(f"targets are {targets.dtype}: pass int64.")
-    if targets.device.type != "cpu" or torch.compiler.is_compiling():
+    if targets.device.type != "cpu" or (ends := extremes(targets.masked_fill(targets == IGNORE, 0))) is None:
         return
-    wrong = (targets >= vocab_size) | (targets < 0) & (targets != IGNORE)
-    if wrong.any():
+    if wrong := [end for end in ends if not 0 <= end < vocab_size]:
         raise InputError(
-            f"targets has {targets[wrong][0].item()}, vocab_size is {vocab_size}: pass 0 … {vocab_size - 1}, or "
+            f"targets has {wrong[0]}, vocab_size is {vocab_size}: pass 0 … {vocab_size - 1}, or "
             f"{IGNORE} where there is no target."
         )
 

@@ -229,6 +229,25 @@ def test_a_model_with_targets_gives_the_loss_of_its_logits_and_their_gradients()
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:linrope takes backend 'reference' in transforms")
+def test_gradients_of_each_row_of_a_model_with_targets_by_vmap():
+    model = LanguageModel(LanguageModelConfig(vocab_size=20, d_model=8, n_layers=1, n_heads=1, rope=None))
+    tokens, targets = torch.randint(20, (2, 3, 7))
+    targets[0, 2] = IGNORE
+    weights = dict(model.named_parameters())
+
+    def loss(weights, tokens, targets):
+        return torch.func.functional_call(model, weights, (tokens[None],), {"targets": targets[None]})
+
+    of_rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    found = of_rows(weights, tokens, targets)
+    for row in range(3):
+        exact = torch.autograd.grad(model(tokens[row, None], targets=targets[row, None]), list(weights.values()))
+        torch.testing.assert_close([found[name][row] for name in weights], list(exact), rtol=1e-4, atol=1e-5)
+    targets[2, 1] = 20
+    assert_input_errors((lambda: of_rows(weights, tokens, targets), "targets has 20, vocab_size is 20"))
+
+
 def test_what_a_loss_in_slices_does_not_take_is_said():
     model = LanguageModel(LanguageModelConfig(d_model=8, n_layers=1, n_heads=1))
     tokens = torch.zeros(1, 6, dtype=torch.int64)
@@ -243,3 +262,6 @@ def test_what_a_loss_in_slices_does_not_take_is_said():
     loss = model(tokens, targets=tokens)
     with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
         torch.autograd.grad(loss, model.output.weight, create_graph=True)
+    logits = model(tokens).sum()
+    with pytest.raises(InputError, match=r"second derivative, .* Of a model, nest torch\.func\.grad over"):
+        torch.autograd.grad(logits, model.embedding.weight, create_graph=True)

@@ -241,7 +241,10 @@ class Attention(nn.Module):
             raise InputError("state was given to a layer with causal=False: only causal layers continue a sequence.")
         if not isinstance(state, AttentionState) or not isinstance(state.past, self.past_type):
             found = type(getattr(state, "past", state)).__name__
-            raise InputError(f"state holds a {found}: pass the AttentionState that {type(self).__name__} returned.")
+            hint = " q, k and v are all made from x; a padding mask is `key_mask`." if isinstance(state, Tensor) else ""
+            raise InputError(
+                f"state holds a {found}: pass the AttentionState that {type(self).__name__} returned.{hint}"
+            )
         tail = None if self.conv is None else (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
         found = None if state.conv_tail is None else tuple(state.conv_tail.shape)
         if found != tail:

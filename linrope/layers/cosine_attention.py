@@ -75,18 +75,18 @@ class CosineAttention(Attention):
         require_choice("backend", backend, ("auto", *BACKENDS))
         check_eps(eps)
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
-        self.options = {
-            "rope": rope,
-            "feature_map": "identity",
-            "normalize": "plain" if rope is None else "rotary",
-            "causal": causal,
-            "eps": eps,
-            "backend": backend,
-        }
+        self.options = {"feature_map": "identity", "eps": eps, "backend": backend}
 
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         dtype = v.dtype
-        options = {**self.options, "key_mask": key_mask, "segment_ids": segment_ids}
+        options = {
+            "rope": self.rope,
+            "normalize": "plain" if self.rope is None else "rotary",
+            "causal": self.causal,
+            "key_mask": key_mask,
+            "segment_ids": segment_ids,
+            **self.options,
+        }
         with without_autocast(k):
             k = with_one(k)
             v = v.to(k.dtype)

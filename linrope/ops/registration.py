@@ -142,8 +142,8 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
     if torch.is_grad_enabled():
         raise InputError(
-            "create_graph=True asks for a second derivative, which only backend='reference' has: "
-            "use backend='reference'."
+            "create_graph=True asks for a second derivative, which only backend='reference' has: use it. Of a model, "
+            "nest torch.func.grad over torch.func.functional_call: in transforms it takes that backend by itself."
         )
     o, den, kv_at, k_sum_at, q, k, v, *others = ctx.saved_tensors  # read once: checkpointing recomputes at each access
     if grad_o is None:

@@ -416,6 +416,7 @@ def test_bad_calls_are_named(kind):
         (lambda: layer(x, key_mask=torch.ones(2, 90)), r"key_mask is \(2, 90\) torch.float32: pass booleans"),
         (lambda: layer(x, key_mask=torch.ones(2, 9).bool()), r"key_mask is \(2, 9\) .* \(B, T\) = \(2, 90\)"),
         (lambda: layer(x, state.past), "state holds a"),
+        (lambda: layer(x, x, x), r"state holds a Tensor: .* q, k and v are all made from x; a padding .* `key_mask`"),
         (lambda: other(x, state), "pass the AttentionState that"),
         (lambda: layer(x[:1], state), r"state.conv_tail is \(2, 3, 72\)"),
         (lambda: layer(x, AttentionState(state.past)), "state.conv_tail is None, this call needs .* short_conv"),

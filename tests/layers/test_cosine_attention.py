@@ -68,6 +68,14 @@ def test_zeros_and_padding_give_finite_outputs_and_gradients():
     assert torch.equal(nothing, torch.zeros_like(nothing))
 
 
+def test_rope_and_causal_are_those_that_the_layer_has_now():
+    layer, x = layer_and_input("cosine", {"rope": RotaryConfig(base=50.0)}, length=9)
+    other, _ = layer_and_input("cosine", {"rope": None, "causal": False}, length=9)
+    other.load_state_dict(layer.state_dict())
+    layer.rope, layer.causal = None, False
+    assert torch.equal(layer(x), other(x))
+
+
 def test_a_language_model_learns_with_it():
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(vocab_size=11, d_model=24, n_layers=2, n_heads=HEADS, attention="cosine"))
