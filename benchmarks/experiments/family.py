@@ -178,12 +178,13 @@ class Family(Benchmark):
             self.options.hashes[spec.variant] = known[path]
 
     def refuse_other_results(self) -> None:
-        """Raise InputError for results of another grid, of another configuration or of other data; where the data lie
-        may differ."""
+        """Raise InputError for results of another grid, of another configuration, of other data (where they lie may
+        differ), or without the grid's metric or scores."""
         for spec in self.specs:
             if not (file := Path(spec.result)).exists():
                 continue
             found, own = json.loads(file.read_text()), spec.recorded
+            report.require_metrics(found, self.grid.metric, self.grid.scores)
             options = found["options"], own["options"]
             differing = sorted(name for name in options[0] | options[1] if options[0].get(name) != options[1].get(name))
             if found.get("configuration", own["configuration"]) != own["configuration"]:
@@ -243,7 +244,7 @@ class Family(Benchmark):
             RunFailed: one failed.
         """
         total = len(self.grid.seeds) * len(self.grid.variants)
-        tick, failed = self.progress("runs", total), None
+        tick, failed = self.progress("runs", total), []
         with ThreadPoolExecutor(self.options.jobs) as pool:
             running: dict[Future, Spec] = {}
             try:
@@ -259,12 +260,13 @@ class Family(Benchmark):
                         spec = running.pop(future)
                         try:
                             said = f"{spec.variant}, seed {spec.seed}: {future.result()}"
-                        except (RunFailed, InputError) as error:
-                            failed, waiting = failed or error, []
+                        except RunFailed as error:
+                            failed.append(str(error))
+                            waiting = []
                             continue
                         self.console.print(said, markup=False, highlight=False)
-                if failed is not None:
-                    raise failed
+                if failed:
+                    raise RunFailed("\n".join(failed))
             except BaseException:
                 for process in self.processes:
                     process.terminate()
@@ -281,7 +283,10 @@ class Family(Benchmark):
             if not Path(spec.result).exists():
                 self.run_process(spec, file)
             result = json.loads(Path(spec.result).read_text())
-            report.require_metrics(result, self.grid.metric, self.grid.scores)
+            try:
+                report.require_metrics(result, self.grid.metric, self.grid.scores)
+            except InputError as error:
+                raise RunFailed(str(error)) from error
             return f"{result['curve'][-1][self.grid.metric]:.4f} {self.grid.label}"
 
     def run_process(self, spec: Spec, file: Path) -> None:
@@ -303,6 +308,7 @@ class Family(Benchmark):
     def read(self, folder: Path) -> None:
         """Read the finished runs, and make the rows of the table."""
         results = [json.loads(file.read_text()) for file in sorted((folder / "runs").glob("*.json"))]
+        results = [run for run in results if report.has_metrics(run, self.grid.metric, self.grid.scores)]
         self.runs = report.by_variant(results, list(self.grid.variants))
         speeds = json.loads(file.read_text()) if (file := folder / report.SPEEDS).exists() else {}
         self.points = report.rows_of(self.runs, speeds, self.grid.reference, self.grid.metric, self.grid.scores)

@@ -61,9 +61,7 @@ def by_variant(results: list[Run], variants: list[str]) -> Runs:
 
 def rows_of(runs: Runs, speeds: Mapping[str, float], reference: str, metric: str, scores: list[str]) -> list[Row]:
     """The losses of all variants, the lowest mean first, then each score in the same order. `speeds` are seconds of a
-    step. InputError for a metric or score that a run does not have."""
-    for run in (run for own in runs.values() for run in own.values()):
-        require_metrics(run, metric, scores)
+    step."""
     n_steps = {name: _end(next(iter(own.values())))["step"] for name, own in runs.items()}
     seconds = {name: n * speeds.get(name, math.nan) for name, n in n_steps.items()}
     losses = {name: {seed: _end(run)[metric] for seed, run in own.items()} for name, own in runs.items()}
@@ -78,14 +76,21 @@ def rows_of(runs: Runs, speeds: Mapping[str, float], reference: str, metric: str
     return rows
 
 
+def has_metrics(run: Run, metric: str, scores: list[str]) -> bool:
+    """Whether a finished run has the grid's metric and scores."""
+    return metric in _end(run) and all(score in run["test"] for score in scores)
+
+
 def require_metrics(run: Run, metric: str, scores: list[str]) -> None:
     """Raise InputError unless a finished run has the grid's metric and scores."""
+    if has_metrics(run, metric, scores):
+        return
     name, validated = f"{run['variant']}, seed {run['seed']}", sorted(_end(run).keys() - {"step"})
     if metric not in validated:
         raise InputError(f"metric={metric!r} is not in the validation of {name}: choose one of {', '.join(validated)}.")
-    if missing := [score for score in scores if score not in run["test"]]:
-        how = f"choose of {', '.join(sorted(run['test']))}" if run["test"] else "it was made without, so remove it"
-        raise InputError(f"scores: {', '.join(missing)} is not in the test of {name}: {how}.")
+    missing = ", ".join(score for score in scores if score not in run["test"])
+    how = f"choose of {', '.join(sorted(run['test']))}" if run["test"] else "it was made without, so remove it"
+    raise InputError(f"scores: {missing} is not in the test of {name}: {how}.")
 
 
 def _end(run: Run) -> dict[str, float]:

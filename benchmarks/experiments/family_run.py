@@ -45,7 +45,7 @@ class Spec:
     result: str
     """The file to write."""
     data: str | None
-    """A hash of the data, None where the options name none."""
+    """A hash of the data; None where the options name no file or folder, and for a glob."""
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -97,6 +97,7 @@ def training_step(spec: Spec) -> Callable[[], None]:
 
 def main() -> None:
     spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
+    recorded = spec.recorded  # before hours in which the configuration may be edited
     folder = Path(spec.folder)
     where = {"run.folder": str(folder.parent), "run.name": folder.name}
     if spec.start_from is not None:
@@ -110,7 +111,7 @@ def main() -> None:
     result = {
         "variant": spec.variant,
         "seed": spec.seed,
-        **spec.recorded,
+        **recorded,
         "parameters": load_model(checkpoint, ModelConfig).n_parameters,
         "curve": curve_of(read_log(find_log(spec.folder))),
         "test": scores,

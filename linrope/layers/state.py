@@ -15,7 +15,7 @@ from linrope.errors import InputError
 from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.open_documents import OpenEnds
 from linrope.ops.softmax import KeyValueCache
-from linrope.ops.state import State, detached
+from linrope.ops.state import State, detached, moved
 from linrope.rotary import RotaryEmbedding
 from linrope.utils.values import extremes
 
@@ -32,14 +32,8 @@ class _Movable:
         Integers and booleans keep their dtype, and sums over the past have float32 at least.
         """
 
-        def moved(name: str, x: Tensor) -> Tensor:
-            target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
-            dtype = target.dtype
-            if name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
-                dtype = torch.promote_types(dtype, torch.float32)
-            return x.to(target.device, dtype if x.is_floating_point() else x.dtype)
-
-        return map_state(moved, self)
+        sums = ("kv", "k_sum", "log_decay", "k_rotated_sum")
+        return map_state(lambda name, x: moved(x, args, kwargs, torch.float32 if name in sums else None), self)
 
     def detach(self, differentiable: bool = False) -> Self:
         """The same values, detached from the graph; with `differentiable` floating-point tensors require gradients.

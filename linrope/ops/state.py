@@ -13,6 +13,7 @@ before has weight e^{-inf} = 0.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,17 +88,20 @@ class State:
 
     def to(self, *args, **kwargs) -> State:
         """The state on another device or in another dtype, as `torch.Tensor.to`, but float32 at least."""
-
-        def moved(x: Tensor) -> Tensor:
-            target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
-            return x.to(target.device, torch.promote_types(target.dtype, torch.float32))
-
-        return self._map(moved)
+        return self._map(lambda tensor: moved(tensor, args, kwargs, least=torch.float32))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def moved(x: Tensor, args: tuple, kwargs: dict[str, Any], least: torch.dtype | None = None) -> Tensor:
+    """`x.to(*args, **kwargs)`, with the dtype `least` at least; integers and booleans keep theirs."""
+    target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
+    dtype = target.dtype if least is None else torch.promote_types(target.dtype, least)
+    how = {name: kwargs[name] for name in ("copy", "non_blocking") if name in kwargs}
+    return x.to(target.device, dtype if x.is_floating_point() else x.dtype, **how)
 
 
 def detached(x: Tensor) -> Tensor:

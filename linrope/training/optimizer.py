@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
-from torch import nn
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -87,16 +86,19 @@ class OptimizerConfig:
                 "gradients. Remove it."
             )
 
-    def require_trained(self, task: nn.Module, optimized: nn.Module) -> None:
-        """Raise InputError unless the task has something to train, all of it in the module that the optimizer gets."""
-        trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
-        if not trained:
-            raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
-        inside = set(optimized.parameters())
-        if outside := [name for name, parameter in trained.items() if parameter not in inside]:
+    def require_optimized(self, task: LightningModule, optimizer: Optimizer) -> None:
+        """Raise InputError if a parameter of the task has a gradient and is none of the optimizer's; not for a task
+        with its own `configure_optimizers`."""
+        if task.makes_optimizer:
+            return
+        optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        found = [name for name, p in task.named_parameters() if p.grad is not None and p not in optimized]
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise InputError(
-                f"{', '.join(outside)} of {type(task).__name__} would not be trained; parameters of its model are: "
-                "make them part of the model, freeze them with requires_grad_(False), or define configure_optimizers."
+                f"{', '.join(found[:5])}{more} of {type(task).__name__} would not be trained; parameters of its model "
+                "are: make them part of the model, freeze them with requires_grad_(False), or define "
+                "configure_optimizers."
             )
 
     def optimizer_of(self, model: Model, fused: bool | None) -> Optimizer:

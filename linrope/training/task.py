@@ -285,6 +285,7 @@ class TrainingTask(LightningModule):
         sums = self._finish_step_sums()
         self._require_finite("loss", sums["loss"])
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.optimizer_config.require_optimized(self, optimizer)
         trainer = self.trainer
         divided_by = self._step_divisor * trainer.accumulate_grad_batches * trainer.world_size
         if sums["targets"] not in (0, divided_by):
@@ -435,7 +436,8 @@ class TrainingTask(LightningModule):
         require_supported(trainer.callbacks)
         require_supported_strategy(trainer.strategy)
         self.optimizer_config.require_trainer(trainer)
-        self.optimizer_config.require_trained(self, self if self.makes_optimizer else self.model)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
         self._order = run_order(trainer, self.seed)
         require_same_samples(self.gather(self._order))
 
@@ -473,12 +475,11 @@ class TrainingTask(LightningModule):
             return
         if overfitted := self.trainer.overfit_batches:
             raise InputError(f"trainer.overfit_batches={overfitted} is a check that resumes no run: drop --ckpt_path.")
-        if not self.makes_optimizer:
-            require_same_optimizer(checkpoint, self.optimizer_config, path)
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
         if not self.makes_optimizer:
+            require_same_optimizer(checkpoint, self.optimizer_config, path)
             self._take_optimizer_options(checkpoint)
         self.load_task_state(saved)
 

@@ -57,6 +57,7 @@ def test_a_state_in_half_precision_keeps_its_sums_in_float32():
     _, state = linear_attention(q, k, v, return_state=True)
     assert {x.dtype for x in state.to(torch.bfloat16).tensors.values()} == {torch.float32}
     assert {x.dtype for x in state.to("cpu", torch.float64).tensors.values()} == {torch.float64}
+    assert state.to("cpu", copy=True).kv.data_ptr() != state.kv.data_ptr() == state.to("cpu").kv.data_ptr()
     halves = q.bfloat16(), k.bfloat16(), v.bfloat16()
     assert torch.equal(
         linear_attention(*halves, state=state.to(torch.bfloat16)), linear_attention(*halves, state=state)

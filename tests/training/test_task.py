@@ -298,9 +298,16 @@ def test_an_optimizer_of_the_task_is_resumed_as_it_was(tmp_path):
 
 
 def test_parameters_that_no_optimizer_trains_are_named():
+    rows = DataLoader([{"x": torch.ones(1), "asked": torch.tensor([True])}], batch_size=None)
     trainer = quiet_trainer(max_steps=1, callbacks=[])
     with pytest.raises(InputError, match=r"^scale of ScaledTask would not be trained; .*: make them part of the model"):
-        trainer.fit(ScaledTask(Doubler()), DataLoader([{}], batch_size=None))
+        trainer.fit(ScaledTask(Doubler()), rows)
+    task = ScaledTask(Doubler())  # with a copy that no loss reads, as of a moving average
+    del task.scale
+    task.scale, task.average = 2.0, Doubler()
+    trainer = quiet_trainer(max_steps=1, callbacks=[])
+    trainer.fit(task, rows)
+    assert trainer.global_step == 1
 
 
 def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():

@@ -46,7 +46,7 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         world_size: int = 1,
     ) -> None:
         if document_mask:
-            corpus.require_separators()
+            corpus.require_documents()
         self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.seed, self.document_mask, self.rank = seed, document_mask, rank
         self.row_tokens = (len(corpus) - 1) // (batch_size * world_size)

@@ -56,8 +56,6 @@ class _Windows(Dataset[dict[str, Tensor]]):
                 f"lower {option}, raise its share in data.fractions, give more text, or set data.split=position (by "
                 f"default each of several documents goes to one split as a whole).{without}"
             )
-        if document_mask:
-            corpus.require_separators()
         self.corpus, self.context, self.document_mask = corpus, context, document_mask
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
@@ -90,6 +88,8 @@ class TrainingWindows(_Windows):
         option: str = "data.context",
     ) -> None:
         super().__init__(corpus, context, "train", document_mask, option)
+        if document_mask:
+            corpus.require_documents()
         self.seed = seed
         # One window fewer than fit, so that there is room to shift them by up to a whole window.
         self.n_windows = max(1, (len(corpus) - 1) // context - 1)
@@ -121,6 +121,8 @@ class EvaluationWindows(_Windows):
 
     def __init__(self, corpus: TokenSequence, context: int, split: str = "val", document_mask: bool = False) -> None:
         super().__init__(corpus, context, split, document_mask, "data.context")
+        if document_mask:
+            corpus.require_separator()
 
     def __len__(self) -> int:
         return (len(self.corpus) - 1) // self.context

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linrope.data.corpus.sequences import Document
-from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS
+from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS, TOKENIZER
 from linrope.errors import InputError, require_not_empty, require_package, suggest
 
 BINARY_PROBE = 8192
@@ -42,8 +42,10 @@ JSON_PROBE = 1 << 24
 """Bytes of the longest such line, and of a `state.json` of `save_to_disk`."""
 TABLES = (".parquet", ".arrow")
 """Files that `datasets` reads."""
-UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG)
-"""Why a folder may be skipped: no permission, removed meanwhile, or too deep."""
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Why a folder may be skipped: no permission, removed or replaced meanwhile, or too deep."""
+OF_DATA = (MANIFEST, TOKENIZER, "state.json", "dataset_info.json", "dataset_dict.json")
+"""The files of a prepared folder and of a saved dataset that could be taken for text."""
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -81,7 +83,8 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
         number = f"{len(unreadable):,}, the first {unreadable[0]}"
         warnings.warn(f"{option}={origin!r}: folders that cannot be read are skipped ({number}).", stacklevel=2)
     data_folders = {folder: _data_folder(folder) for folder in {file.parent for file in found}}
-    found = [file for file in found if data_folders[file.parent] is None]
+    walked = path is None or Path(path).expanduser().is_dir() or "**" in Path(path).parts
+    found = [file for file in found if data_folders[file.parent] is None or not (walked or _is_of_data(file))]
     documents = []
     for file in found:
         name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file, look_into_zst=json_lines)
@@ -132,6 +135,11 @@ def is_saved_dataset(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(state, dict) and "_data_files" in state
+
+
+def _is_of_data(file: Path) -> bool:
+    """Whether a file in a folder that `_data_folder` names belongs to the data; others may be asked for by name."""
+    return file.parent.name == PARTS or file.name in OF_DATA or file.suffix in (".bin", ".npy", ".arrow")
 
 
 def _data_folder(folder: Path) -> Path | None:
@@ -223,7 +231,7 @@ def _matches(pattern: Path, unreadable: list[Path]) -> Iterator[Path]:
         return
     at = pattern.parts.index("**")
     above, below = Path(*pattern.parts[:at]), pattern.parts[at + 1 :] or ("*",)
-    for root in glob.iglob(str(above)):
+    for root in filter(os.path.isdir, glob.iglob(str(above))):
         for folder, _ in _folders(Path(root), unreadable):
             yield from _matches(Path(glob.escape(str(folder)), *below), unreadable)
 

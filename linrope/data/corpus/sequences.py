@@ -88,8 +88,12 @@ class TokenSequence(ABC):
         """Bytes of text of each token `start … stop`, int64 (stop - start,): 0 if unknown. None if tokens are bytes."""
         return None
 
-    def require_separators(self) -> None:
-        """Raise InputError unless the tokens tell where documents end, which a document mask needs."""
+    def require_documents(self) -> None:
+        """Raise InputError unless the tokens tell where documents end, which a document mask needs to train."""
+        self.require_separator()
+
+    def require_separator(self) -> None:
+        """Raise InputError unless it is known which token ends a document."""
         if self.separator is None:
             raise InputError(
                 "data.document_mask=True needs to know which token ends a document: set data.tokenizer to the "

@@ -179,8 +179,8 @@ class TokenRun(TokenSequence):
             return torch.zeros(stop - start, dtype=torch.int64)
         return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
 
-    def require_separators(self) -> None:
-        super().require_separators()
+    def require_documents(self) -> None:
+        super().require_documents()
         if not self._found.n_separators:
             raise InputError(
                 f"data.document_mask=True needs to know where documents end, and {self._file.path} holds no token "

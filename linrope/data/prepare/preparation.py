@@ -63,6 +63,8 @@ def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
     if (manifest := _finished(folder, plan, parts)) is None:
         require_writable(folder, "--output")
         with _claimed(folder):
+            if (manifest := _finished(folder, plan, parts)) is not None:  # by another process meanwhile
+                return manifest
             (folder / MANIFEST).unlink(missing_ok=True)  # of a damaged folder
             write_missing_parts(units, parts, tokenizer, config, progress)
             manifest = assemble(folder, parts, tokenizer, origin, n_skipped, plan)
@@ -109,10 +111,13 @@ def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a prepared folder can be opened, which compares its files with their checksums."""
+    """Whether a prepared folder can be opened, which compares its files with their checksums. An error of the disk is
+    none of the files."""
     try:
         open_text(folder, (1.0, 0.0, 0.0))
-    except InputError:
+    except InputError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
         return False
     return True
 

@@ -176,9 +176,18 @@ class TextDataModule(ResumableDataModule):
         return "val" in self.own_paths or super().has_validation_text
 
     def measure(self, split: str) -> None:
-        """Opens nothing but the text of this split, if it has a path of its own."""
+        """Opens nothing but the text of this split, if it has a path of its own, and otherwise data.path alone."""
         if split in self.own_paths:
             self._measured, self.fractions = split, None
+        else:
+            self.own_paths = {}
+
+    def measure_path(self) -> None:
+        if (split := self._measured) is not None:
+            raise InputError(
+                f"data.path is not read: this run's {split} text is data.{split}_path={str(self.own_paths[split])!r}. "
+                f"Give --data.{split}_path to measure another text as a whole."
+            )
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits this text as the run of a checkpoint did, whose `order` this is. Another text is left as it is, with a

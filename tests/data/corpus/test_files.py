@@ -73,6 +73,8 @@ def test_folders_of_tokens_and_saved_datasets_are_no_text(folder):
     ]:
         with pytest.raises(InputError, match=message):
             find_sources(folder / name)
+    assert names(folder / "saved/README.md") == names(folder / "saved/*") == ["README.md"]  # asked for by name
+    assert names(folder / "*/**/*.txt") == ["sub/c.txt"]  # beside files
 
 
 def test_folders_that_cannot_be_read_are_counted_and_an_error_of_the_disk_ends_the_search(folder, monkeypatch):

@@ -174,6 +174,7 @@ def test_a_tokenizer_makes_a_flat_files_documents_and_bytes_known(tmp_path):
         with pytest.raises(InputError, match=told):
             windows(other, *sizes, document_mask=True)
         windows(other, *sizes)
+    assert EvaluationWindows(other, 10, document_mask=True)[0]["segment_ids"].max() == 0  # may be one document
     assert train.fingerprint() == unknown.fingerprint()  # the same tokens; `order` names the tokenizer itself
     tokens[0] += 1
     assert open_text(write_flat(file, tokens), [1.0, 0.0, 0.0]).corpora["train"].fingerprint() != unknown.fingerprint()

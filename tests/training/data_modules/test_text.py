@@ -261,6 +261,18 @@ def test_a_measurement_of_a_text_of_its_own_needs_no_other(tmp_path):
     data.keep_split_of({"data.split": "position", "data.fractions": [0.5, 0.25, 0.25], "data.train_documents": "a"})
     data.setup("test")
     assert (list(data.corpora), data.corpora["test"].n_bytes, data.fractions) == (["test"], 700, None)
+    with pytest.raises(
+        InputError, match=r"data\.path is not read: this run's test text is data\.test_path='/.*test\.txt'"
+    ):
+        data.measure_path()
+
+
+def test_a_measurement_does_not_open_the_text_of_the_other_split(text_file):
+    data = TextDataModule(str(text_file), context=32, val_path="nowhere.txt")
+    data.measure("test")
+    data.setup("test")
+    assert data.describe_split("test").startswith(f"the test split of {text_file}: ")
+    assert data.fractions == [0.95, 0.0, 0.05]
 
 
 def test_a_resumed_run_has_the_same_validation_text(text_file, tmp_path):
