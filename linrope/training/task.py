@@ -473,8 +473,8 @@ class TrainingTask(LightningModule):
             if data is not None and data.fractions is not None:
                 warn_of_other_split(checkpoint, data.fractions, path)
             return
-        if overfitted := self.trainer.overfit_batches:
-            raise InputError(f"trainer.overfit_batches={overfitted} is a check that resumes no run: drop --ckpt_path.")
+        if n := self.trainer.overfit_batches:
+            raise InputError(f"trainer.overfit_batches={n} is a check, which resumes no run: drop --ckpt_path.")
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
