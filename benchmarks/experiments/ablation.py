@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.experiments import ablation_pictures as pictures
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import n_steps, read_grid, settings_of
-from benchmarks.experiments.results_folder import Folder, Speed, claimed
+from benchmarks.experiments.results_folder import Folder, RunFailed, Speed, claimed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
@@ -37,10 +37,6 @@ from linrope.training import OptimizerConfig
 
 DRIFT = 0.1
 """A larger change of the reference's speed is reported."""
-
-
-class RunFailed(RuntimeError):
-    """A run's process ended without a result; the message holds its last output."""
 
 
 def run_process(spec_file: Path, show: Callable[..., None]) -> tuple[int, Collection[str]]:

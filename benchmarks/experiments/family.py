@@ -25,13 +25,14 @@ import yaml
 from benchmarks.experiments import family_report as report
 from benchmarks.experiments.family_run import Spec, configured, training_step
 from benchmarks.experiments.grid import hash_of_files
-from benchmarks.experiments.results_folder import claimed
+from benchmarks.experiments.results_folder import RunFailed, claimed
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from linrope.errors import InputError
 from linrope.evaluation.reports import write_json
+from linrope.models.base import differences
 from linrope.utils.options import check_keys, check_types
 
 ROOT = Path(__file__).parents[2]
@@ -93,10 +94,6 @@ class FamilyGrid:
             return cls(**values)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, InputError) as error:
             raise InputError(f"--grid {file}: {error}") from error
-
-
-class RunFailed(RuntimeError):
-    """A run's process ended without a result; the message holds its last output."""
 
 
 class Family(Benchmark):
@@ -185,8 +182,7 @@ class Family(Benchmark):
                 continue
             found, own = json.loads(file.read_text()), spec.recorded
             report.require_metrics(found, self.grid.metric, self.grid.scores)
-            options = found["options"], own["options"]
-            differing = sorted(name for name in options[0] | options[1] if options[0].get(name) != options[1].get(name))
+            differing = list(differences(found["options"], own["options"]))
             if found.get("configuration", own["configuration"]) != own["configuration"]:
                 differing.append(self.grid.config)
             if None not in (found.get("data"), own["data"]) and found["data"] != own["data"]:

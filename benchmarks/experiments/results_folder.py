@@ -17,6 +17,10 @@ from linrope.errors import InputError
 from linrope.utils.files import claim, whole_file
 
 
+class RunFailed(RuntimeError):
+    """A run's process ended without a result; the message holds its last output."""
+
+
 @contextmanager
 def claimed(file: Path) -> Iterator[Path | None]:
     """Make the file, lock it, and remove it at the end; None if another process holds the lock."""

@@ -87,9 +87,7 @@ def plan_task(cli: ConfigCLI) -> None:
     data, trainer = config.data, config.trainer
     max_steps, remark = trainer.max_steps, "From the first batch; other batches may be larger or smaller."
     if isinstance(data, TextDataModule) and data.curriculum is not None:
-        plan = data.plan_for(trainer.accumulate_grad_batches * n_devices(trainer))
-        if max_steps >= 1:
-            data.require_steps(plan, max_steps)
+        plan = stages_of(config)
         if len(plan.stages) > 1:
             max_steps, remark = plan.stages[0].n_steps, _other_stages(plan)
     step = measure_step(*first_step(cli), averaged=config.run.ema_decay is not None)
@@ -124,18 +122,24 @@ def precision_of(config: Namespace) -> str:
     return str(trainer.precision or "32-true")
 
 
+def stages_of(config: Namespace) -> TrainingPlan:
+    """The samples of each optimizer step. InputError if the run ends before its curriculum."""
+    data, trainer = config.data, config.trainer
+    plan = data.plan_for(trainer.accumulate_grad_batches * n_devices(trainer))
+    if trainer.max_steps >= 1:
+        data.require_steps(plan, trainer.max_steps)
+    return plan
+
+
 def planned(config: Namespace) -> Setting:
     """The part of a run's configuration that its costs depend on."""
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
     devices = n_devices(trainer)
     data.require_positions(config.model.positions)
-    plan = data.plan_for(trainer.accumulate_grad_batches * devices)
-    if trainer.max_steps >= 1:
-        data.require_steps(plan, trainer.max_steps)
     return Setting(
         model=config.model,
-        plan=plan,
+        plan=stages_of(config),
         devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,

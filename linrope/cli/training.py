@@ -327,7 +327,7 @@ class TrainingCLI(ConfigCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         super().parse_arguments(parser, args)
-        own = [path for split in ("val", "test") for path in values_of(args, f"--data.{split}_path")]
+        own = any(values_of(args, f"--data.{split}_path") for split in ("val", "test"))
         self.path_is_given = bool(values_of(args, "--data.path")) and not own
         if self.command != "fit":  # of the run's config.yaml, which asked for a check of training
             for name, off in (("fast_dev_run", False), ("overfit_batches", 0.0)):

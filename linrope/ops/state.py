@@ -97,7 +97,7 @@ class State:
 
 
 def moved(x: Tensor, args: tuple, kwargs: dict[str, Any], least: torch.dtype | None = None) -> Tensor:
-    """`x.to(*args, **kwargs)`, with the dtype `least` at least; integers and booleans keep theirs."""
+    """`x.to(*args, **kwargs)`, with the dtype `least` at least; integers and booleans keep their own."""
     target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
     dtype = target.dtype if least is None else torch.promote_types(target.dtype, least)
     how = {name: kwargs[name] for name in ("copy", "non_blocking") if name in kwargs}
